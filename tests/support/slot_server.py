@@ -32,12 +32,14 @@ HOSTILE = {
     "second-answer": HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecond",
     "headers": HEAD + b"Content-Type: text/html\r\nSet-Cookie: a=b\r\nService-Worker-Allowed: /\r\nClear-Site-Data: *\r\nAlt-Svc: h3\r\nRefresh: 0; /v1\r\n"
     b"Content-Security-Policy: default-src *\r\nAccess-Control-Allow-Origin: *\r\nX-Accel-Redirect: /etc/passwd\r\nX-Own: kept\r\n"
-    b"Connection: close, X-Hop\r\nX-Hop: dropped\r\nCache-Control: public\r\nWWW-Authenticate: Basic\r\nContent-Length: 2\r\n\r\nok",
+    b"Connection: close, X-Hop\r\nX-Hop: dropped\r\n"
+    b"Link: </v1/leases>; rel=preload\r\nContent-Location: /v1/leases\r\nCache-Control: public\r\nWWW-Authenticate: Basic\r\nContent-Length: 2\r\n\r\nok",
     "redirect": b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /v1/release\r\nContent-Length: 0\r\n\r\n",
     "interim": b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + HEAD + b"Content-Length: 2\r\n\r\nok",
     "until-end": HEAD + b"\r\nok",
     "splinters": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n",
     "chunked": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX-Trailer: t\r\n\r\n",
+    "chunked-and-length": HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
     "not-modified": b"HTTP/1.1 304 Not Modified\r\nContent-Length: 100\r\nETag: x\r\n\r\n",
 }
 

@@ -25,14 +25,15 @@ REQUEST_PREFIXES = (b"proxy-", b"x-forwarded-", b"sec-websocket-")
 
 ORIGIN_WIDE = frozenset(
     {
-        b"accept-ch", b"activate-storage-access", b"alt-svc", b"clear-site-data", b"critical-ch", b"document-policy", b"expect-ct", b"nel",
-        b"origin-agent-cluster", b"public-key-pins", b"public-key-pins-report-only", b"refresh", b"report-to", b"reporting-endpoints",
+        b"accept-ch", b"activate-storage-access", b"alt-svc", b"clear-site-data", b"content-location", b"critical-ch", b"document-policy", b"expect-ct",
+        b"link", b"nel", b"origin-agent-cluster", b"public-key-pins", b"public-key-pins-report-only", b"refresh", b"report-to", b"reporting-endpoints",
         b"service-worker-allowed", b"set-cookie", b"set-cookie2", b"set-login", b"sourcemap", b"speculation-rules", b"strict-transport-security",
         b"supports-loading-mode", b"timing-allow-origin", b"use-as-dictionary", b"www-authenticate", b"x-sourcemap",
     }
 )  # fmt: skip
-"""What a browser remembers for, or applies to, the whole origin of the service, or fetches by itself. An authentication challenge would make a browser or a
-client ask its user for credentials of the service, which would not reach the program either."""
+"""What a browser remembers for, or applies to, the whole origin of the service, or fetches by itself, and what names another resource of the service as
+the one that was sent. An authentication challenge would make a browser or a client ask its user for credentials of the service, which would not reach the
+program either."""
 FOR_PROXIES = frozenset({b"surrogate-control", b"surrogate-key", b"edge-control", b"cdn-cache-control", b"x-sendfile", b"x-reproxy-url", b"status"})
 """What a reverse proxy in front of the service would act on, for example by sending a file of its own."""
 REPLACED_IN_ANSWERS = frozenset(
@@ -106,8 +107,8 @@ def answered_headers(sent: Iterable[tuple[bytes, bytes]], status: int, target: P
     """
     headers = list(sent)
     dropped = HOP_BY_HOP | ORIGIN_WIDE | FOR_PROXIES | REPLACED_IN_ANSWERS | _named_by_connection(headers)
-    if status in WITHOUT_BODY:
-        dropped |= {b"content-length"}
+    if status in WITHOUT_BODY or any(name.lower() == b"transfer-encoding" for name, _ in headers):
+        dropped |= {b"content-length"}  # of a chunked body it says nothing (RFC 9112, section 6.3), and may be another length
     kept = [(name, value) for name, value in headers if name.lower() not in dropped and not name.lower().startswith(ANSWER_PREFIXES)]
     locations = [value for name, value in headers if name.lower() == b"location"]
     location = own_location(locations[0], target) if len(locations) == 1 else None

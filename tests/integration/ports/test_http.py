@@ -216,7 +216,7 @@ def test_an_answer_that_breaks_off_is_cut_off(served: ServedSlot) -> None:
 
 
 def test_odd_answers_that_are_valid_arrive(served: ServedSlot) -> None:
-    for name in ("second-answer", "interim", "until-end", "chunked", "line-fold"):
+    for name in ("second-answer", "interim", "until-end", "chunked", "chunked-and-length", "line-fold"):
         answer = served.http.get(f"{served.path}/{name}")
         assert (answer.status_code, answer.text) == (200, "ok"), name
     assert served.http.get(served.path + "/splinters").text == "x" * 50_000

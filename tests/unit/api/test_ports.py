@@ -125,6 +125,8 @@ def test_headers_of_an_answer_that_act_beyond_it() -> None:
         (b"Content-Length", b"3"),
         (b"Content-Security-Policy", b"script-src *"),
         (b"Cache-Control", b"public"),
+        (b"Link", b"</v1/leases>; rel=preload"),
+        (b"Content-Location", b"/v1/leases"),
         (b"ETag", b"x"),
     ]
     own = [
@@ -137,6 +139,7 @@ def test_headers_of_an_answer_that_act_beyond_it() -> None:
 
     assert answered_headers(sent, 200, TARGET) == [(b"Content-Type", b"text/html"), (b"Content-Length", b"3"), (b"ETag", b"x"), *own]
     assert answered_headers(sent, 304, TARGET) == [(b"Content-Type", b"text/html"), (b"ETag", b"x"), *own]
+    assert answered_headers([*sent, (b"Transfer-Encoding", b"chunked")], 200, TARGET) == [(b"Content-Type", b"text/html"), (b"ETag", b"x"), *own]
 
 
 async def test_what_runs_beside_ends_with_the_main_part_or_ends_it_by_failing() -> None:
