@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from sandbox_server.agent.execution.processes.slot_process import SlotProcess
+from sandbox_server.agent.execution.processes.spawn_spec import PIPES, TTY, program_spec
 from sandbox_server.agent.execution.sessions.control_socket import ControlSocket
 from sandbox_server.agent.execution.sessions.session import Session
 from sandbox_server.agent.execution.sessions.session_turn import RUNNING, SessionTurn
@@ -146,3 +148,18 @@ async def test_reports_without_end_leave_the_event_loop_time_for_others() -> Non
             await asyncio.sleep(0.01)
     finally:
         control.close_control()
+
+
+@pytest.mark.parametrize("stdio", [PIPES, TTY])
+async def test_a_shell_that_cannot_be_requested_gives_its_control_group_back(stdio: str) -> None:
+    def refuse(request: Any, fds: Any, listener: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    leaf = SimpleNamespace(is_in_use=True)
+    groups = SimpleNamespace(leaves=SimpleNamespace(take_leaf=lambda: (leaf, -1)))
+    runtime = SimpleNamespace(groups=groups, link=SimpleNamespace(start_process=refuse), uid=None)
+    process = SlotProcess(cast(Any, runtime), cast(Any, None), (), cast(Any, None))
+
+    with pytest.raises(OSError, match="Too many open files"):
+        process.start_process(program_spec(["true"], None, "/", stdio=stdio))
+    assert not leaf.is_in_use
