@@ -174,7 +174,12 @@ class SlotProcess:
             on_leaf_taken(self.leaf)
         if move_fd >= 0:
             names, process_fds = [*names, "cgroup"], [*process_fds, move_fd]
-        return self.runtime.link.start_process({**spec.request, "fds": list(names)}, process_fds, self)
+        try:
+            return self.runtime.link.start_process({**spec.request, "fds": list(names)}, process_fds, self)
+        except BaseException:  # otherwise the group would count as in use until the slot runtime ends
+            self.release_leaf()
+            self.leaf = None
+            raise
 
     def _open_output_pipe(self, process_fds: list[int]) -> int:
         """Open a pipe for output, and add its write end to the descriptors of the process. Returns the read end."""

@@ -11,6 +11,8 @@ from sandbox_server.agent.execution.sessions.shell_protocol import READY, parse_
 
 _READ_BYTES = 4096
 _MAX_STRAY = 64
+_PERIOD_S = 0.1
+_MAX_REPORTS_PER_PERIOD = 200
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -34,6 +36,10 @@ class ControlSocket:
         self._rest = b""
         self._stray_count = 0
         self._is_open = True
+        self._is_reading = True
+        self._period_began = 0.0
+        self._period_reports = 0
+        self._resume_timer: asyncio.TimerHandle | None = None
         self.shell_pid = 0  # as the agent sees it; 0: the shell is not ready
         self._loop.add_reader(self._sock.fileno(), self._read_reports)
 
@@ -61,8 +67,26 @@ class ControlSocket:
             self._sock.close()
 
     def _stop_reading(self) -> None:
-        if self._is_open:
+        if self._is_reading:
             self._loop.remove_reader(self._sock.fileno())
+        self._is_reading = False
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+            self._resume_timer = None
+
+    def _limit_rate(self, report_count: int) -> None:
+        """Pause after more reports than commands can cause: a command can make its shell send them without end."""
+        now = self._loop.time()
+        if now - self._period_began > _PERIOD_S:
+            self._period_began, self._period_reports = now, 0
+        self._period_reports += report_count
+        if self._period_reports > _MAX_REPORTS_PER_PERIOD and self._is_reading and self._resume_timer is None:
+            self._loop.remove_reader(self._sock.fileno())
+            self._resume_timer = self._loop.call_later(_PERIOD_S, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        self._resume_timer = None
+        self._loop.add_reader(self._sock.fileno(), self._read_reports)
 
     def _read_reports(self) -> None:
         try:
@@ -86,6 +110,7 @@ class ControlSocket:
             if not self._is_open:
                 return
             self._on_report(number, status)
+        self._limit_rate(len(reports))
 
     def poll_reports(self) -> None:
         """Process what has arrived and the event loop has not processed yet."""

@@ -40,7 +40,6 @@ class Session:
         self._awaited = READY  # the number of the report that is awaited
         self._is_checking = False
         self._has_reported = False
-        self._report_event: asyncio.Event | None = None  # set at the awaited report and at the end of the shell, while the agent ends a command
         self._lost_reason = ""  # why the last shell is gone, for the next call; empty if none is
         self._is_held = False
 
@@ -126,19 +125,27 @@ class Session:
         shell, turn = self._shell, self._turn
         if number != self._awaited or shell is None or turn is None or self._has_reported:
             return
-        if self._report_event is not None:
+        is_ready, is_checked = number == READY, self._is_checking and status == 0
+        if turn.report_event is not None:
             self._has_reported = True
-            self._report_event.set()
-        elif number == READY:
-            shell.set_ready()
-            shell.process.read_all_output()  # discarded: bash has written that it has no terminal
-            self._send_command(shell, turn)
-        elif self._is_checking and status == 0:
-            self._is_checking = False
-            self._awaited = shell.send_command(turn.command, turn.has_two_streams)
+            turn.report_event.set()
+        elif is_ready or is_checked:
+            try:
+                self._send_next(shell, turn, is_ready=is_ready)
+            except OSError as error:
+                turn.call.on_shell_failed("the agent could not give the shell of the session its command: %s" % error)
         else:
             self._has_reported = True
             turn.call.on_process_ended((_SYNTAX_ERROR_STATUS if self._is_checking else status) << 8, 0.0, 0)
+
+    def _send_next(self, shell: SessionShell, turn: SessionTurn, *, is_ready: bool) -> None:
+        if is_ready:
+            shell.set_ready()
+            shell.process.read_all_output()  # discarded: bash has written that it has no terminal
+            self._send_command(shell, turn)
+        else:
+            self._is_checking = False
+            self._awaited = shell.send_command(turn.command, turn.has_two_streams)
 
     def on_protocol_broken(self) -> None:
         """See `ShellOwner`."""
@@ -151,7 +158,7 @@ class Session:
         shell, turn = self._shell, self._turn
         is_ready = shell is not None and shell.pid != 0
         self._lose_shell(shell.kill_reason if shell is not None and shell.kill_reason else _describe_end(status, turn is not None))
-        if turn is None or self._report_event is not None:
+        if turn is None or turn.report_event is not None:
             return
         if is_ready:
             turn.call.on_process_ended(status, 0.0, 0)
@@ -179,9 +186,9 @@ class Session:
             self._shell = None
         if self._turn is not None:
             self._turn.lost_by = reason
+            if self._turn.report_event is not None:
+                self._turn.report_event.set()
         self._lost_reason = reason
-        if self._report_event is not None:
-            self._report_event.set()
 
     # The end of a command by the agent.
 
@@ -198,13 +205,15 @@ class Session:
         if shell is None or turn is not self._turn:
             return {}
         began = self._loop.time()
-        self._report_event = asyncio.Event()
+        turn.report_event = asyncio.Event()
+        if self._has_reported:  # the command has ended since the agent decided to end it
+            turn.report_event.set()
         evidence: dict[str, Any] = {}
         reason = "its shell had not started in time, so it was killed"
         try:
             if turn.processes is not None:
-                evidence = await interrupt_command(turn.processes, self._wait_for_report)
-                if self._has_reported and await self._reads_again(shell, began + REACT_WITHIN_S):
+                evidence = await interrupt_command(turn.processes, turn.wait_for_report)
+                if self._has_reported and await self._reads_again(turn, shell, began + REACT_WITHIN_S):
                     return evidence
                 reason = "its shell did not react to the interrupt, so it was killed with its background jobs"
             if shell is self._shell:
@@ -212,33 +221,23 @@ class Session:
                 await shell.kill_shell(reason, _OVER_WITHIN_S)
             return evidence
         finally:
-            self._report_event = None
+            turn.report_event = None
             if shell is self._shell and not self._has_reported:
                 self._lose_shell(reason)  # init has not reported the end of the killed shell yet
 
-    async def _wait_for_report(self, timeout_s: float) -> bool:
-        """Wait until the awaited report is there, or the shell has ended. Returns False if that takes more than `timeout_s` seconds."""
-        event = self._report_event
-        if event is None:
-            return True
-        try:
-            await asyncio.wait_for(event.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            return False
-        return True
-
-    async def _reads_again(self, shell: SessionShell, deadline: float) -> bool:
+    async def _reads_again(self, turn: SessionTurn, shell: SessionShell, deadline: float) -> bool:
         """Make sure that the shell reads its next command. A request that an interrupt has cut off is sent again.
 
         Args:
+            turn: the call whose command was ended.
             shell: the shell.
             deadline: until when to wait, as a time of the event loop.
         """
-        while shell is self._shell and self._report_event is not None:
+        while shell is self._shell and turn is self._turn and turn.report_event is not None:
             self._has_reported = False
-            self._report_event.clear()
+            turn.report_event.clear()
             self._awaited = shell.send_report_request()
-            if await self._wait_for_report(_ASK_AGAIN_S) and self._has_reported:
+            if await turn.wait_for_report(_ASK_AGAIN_S) and self._has_reported:
                 return shell is self._shell
             if self._loop.time() > deadline:
                 return False
@@ -253,6 +252,8 @@ class Session:
     def close_session(self, reason: str) -> None:
         """Forget the shell and all calls, whose processes the caller ends; `reason` says why. Later calls get a new shell."""
         had_shell = self._shell is not None
+        if self._turn is not None and self._turn.report_event is not None:
+            self._turn.report_event.set()
         self._turn = None
         self._queue.clear()
         for output in self._outputs:

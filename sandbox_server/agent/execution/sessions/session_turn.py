@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol, Sequence
 
 from sandbox_server.agent.execution.output import Sink
@@ -76,6 +77,7 @@ class SessionTurn:
         self.call = call
         self.state = WAITING
         self.processes: CommandProcesses | None = None  # those of the command; None: it has not begun
+        self.report_event: asyncio.Event | None = None  # set at the awaited report and at the end of the shell, while the agent ends the command
         self.lost_before = ""  # why the shell of the earlier calls is gone
         self.lost_by = ""  # why the shell is gone after this call
         self.killed_cpu_s = 0.0  # see `SlotProcess`; what a command has used is counted in the control group of the session
@@ -102,6 +104,17 @@ class SessionTurn:
         if self.lost_by:
             return "and was ended together with the shell of its session"
         return "and was interrupted; the shell of its session goes on"
+
+    async def wait_for_report(self, timeout_s: float) -> bool:
+        """Wait until the awaited report is there, or the shell has ended. Returns False if that takes more than `timeout_s` seconds."""
+        event = self.report_event
+        if event is None:
+            return True
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
 
     # What the call uses, as it uses a `SlotProcess`.
 

@@ -82,6 +82,7 @@ class TmuxProcess:
         self._attached: asyncio.Future[None] = self._loop.create_future()
         self._text: Deque[str] = deque(maxlen=_MAX_TEXT_LINES)
         self._reader: asyncio.Task[None] | None = None
+        self._has_reader_begun = False
         self.ended = asyncio.Event()
         self._gone = asyncio.Event()
         self.end_reason = ""
@@ -149,6 +150,8 @@ class TmuxProcess:
 
     async def _read_output(self) -> None:
         """Read what the client writes. While this pauses, the pipe is full, and tmux stops the programs that print."""
+        self._has_reader_begun = True
+        spent_s = 0.0  # the time that the output has taken since the agent last left it alone
         try:
             while True:
                 data = self._process.try_read_output()
@@ -159,9 +162,10 @@ class TmuxProcess:
                     return
                 began = self._loop.time()
                 self._parser.feed(data)
-                spent_s = self._loop.time() - began
-                if spent_s > _SHORT_WORK_S:
-                    await asyncio.sleep(_BUSY_FACTOR * spent_s)
+                spent_s += self._loop.time() - began
+                pause_s = _BUSY_FACTOR * spent_s if spent_s > _SHORT_WORK_S else 0.0
+                spent_s = 0.0 if pause_s else spent_s
+                await asyncio.sleep(pause_s)  # always: the slot can write so that there is always something to read
         except ControlModeError as error:
             self.end_terminal(str(error))
         finally:
@@ -204,14 +208,17 @@ class TmuxProcess:
             self._process.stdin.close_stdin()
         if self._reader is not None:
             self._reader.cancel()
+            if not self._has_reader_begun:  # then the task ends without a step, and does not close the pipe itself
+                self._process.close_output()
 
     async def _end_tree(self) -> None:
         try:
             await self._process.end_tree()
         except OSError as error:
             log.warning("the processes of a terminal could not be ended; they end with the slot", extra={"slot_id": self.runtime.slot_id, "detail": str(error)})
-        self._process.collect_output()
-        self._gone.set()
+        finally:
+            self._process.release_leaf()
+            self._gone.set()
 
     async def wait_until_gone(self) -> None:
         """Wait until all processes of the terminal have ended, after `end_terminal`."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from sandbox_server.agent.execution.background_tasks import BackgroundTasks
 from sandbox_server.agent.execution.tmux.control_mode import (
     MAX_CAPTURE_BYTES,
     MAX_LINE_BYTES,
@@ -12,6 +17,7 @@ from sandbox_server.agent.execution.tmux.control_mode import (
     ControlModeParser,
     ShortReply,
 )
+from sandbox_server.agent.execution.tmux.tmux_process import TmuxProcess
 
 
 class Heard:
@@ -96,3 +102,39 @@ async def test_a_capture_that_is_too_large_keeps_its_end() -> None:
     assert text.startswith(b"[... 16 lines cut ...]\n")
     assert text.endswith(b"last\n")
     assert len(text) < MAX_CAPTURE_BYTES + 100
+
+
+async def _end_tree() -> None:
+    pass
+
+
+def _tmux_process(output: list[bytes], closed: list[bool]) -> TmuxProcess:
+    """A tmux whose client has written this output."""
+    tmux = TmuxProcess(cast(Any, SimpleNamespace(slot_id="0")), cast(Any, None), BackgroundTasks("0"), lambda data: None)
+    process = SimpleNamespace(stdin=None, try_read_output=output.pop, close_output=lambda: closed.append(True), release_leaf=lambda: None, end_tree=_end_tree)
+    tmux._process = cast(Any, process)
+    return tmux
+
+
+async def test_cheap_lines_without_end_leave_the_event_loop_time_for_others() -> None:
+    reads = 500
+    output = [b"", *[b"%a\n"] * reads]
+    tmux = _tmux_process(output, [])
+    reader = asyncio.create_task(tmux._read_output())
+    turns = 0
+    while not reader.done():
+        await asyncio.sleep(0)
+        turns += 1
+
+    assert turns >= reads
+    await tmux.wait_until_gone()
+
+
+async def test_a_tmux_that_ends_before_its_output_was_read_closes_its_pipe() -> None:
+    closed: list[bool] = []
+    tmux = _tmux_process([b""], closed)
+    tmux._reader = asyncio.create_task(tmux._read_output())
+    tmux.end_terminal("its slot was reset")
+    await tmux.wait_until_gone()
+
+    assert closed == [True]
