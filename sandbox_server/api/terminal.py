@@ -22,6 +22,8 @@ NORMAL, INVALID_DATA, NOT_ALLOWED, TOO_LARGE = 1000, 1007, 1008, 1009
 """The close codes of RFC 6455 that a terminal uses."""
 MAX_KEYS_BYTES = 64 << 10
 """The longest message that a client may send to a terminal, in bytes."""
+PROBE_INTERVAL_S = 1.0
+"""How often an empty frame is sent to a client whose keys wait, in seconds. While messages wait, only sending shows whether the connection was lost."""
 
 
 class _WrongMessage(Exception):
@@ -114,32 +116,67 @@ class TerminalConnection:
                 frame["bytes"] = message
             else:
                 frame["text"] = dumps(message).decode()
-            try:
-                async with asyncio.timeout(self._stall_s):
-                    await self._send(frame)
-            except TimeoutError:
-                raise ClientStalled(f"the client has not read the output of a terminal within the {self._stall_s:g} s of `limits.answer_stall_s`") from None
+            await self._send_frame(frame)
             message = await stream.next_message()
 
+    async def _send_frame(self, frame: Message) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._send(frame)
+        except TimeoutError:
+            raise ClientStalled(f"the client has not read the output of a terminal within the {self._stall_s:g} s of `limits.answer_stall_s`") from None
+
     async def _receive_keys(self, stream: TerminalStream) -> NoReturn:
-        while True:
-            message = await self._receive()
-            if message["type"] == "websocket.disconnect":
-                raise ClientDisconnected
-            data, text = message.get("bytes"), message.get("text")
-            if data is None and text is None:  # the handshake itself
-                continue
-            if not self._may_write:
-                raise _WrongMessage(NOT_ALLOWED, "this connection only watches; open one with mode=write to type")
-            if len(data if data is not None else text or "") > MAX_KEYS_BYTES:
-                raise _WrongMessage(TOO_LARGE, f"a message may have at most {MAX_KEYS_BYTES} bytes")
-            if data is not None:
-                await stream.send_keys(data)
-            else:
-                await _apply(stream, text or "")
+        """Pass the messages of the client on. The next one is always asked for, so that the end of the connection is seen while the program reads no keys."""
+        following = asyncio.ensure_future(self._receive())
+        try:
+            while True:
+                message = await following
+                _check_connected(message)
+                following = asyncio.ensure_future(self._receive())
+                taking = asyncio.create_task(self._take_message(stream, message))
+                try:
+                    await self._wait_until_taken(taking, following)
+                finally:
+                    await _cancel(taking)
+        finally:
+            await _cancel(following)
+
+    async def _wait_until_taken(self, taking: asyncio.Task[None], following: asyncio.Future[Message]) -> None:
+        """Wait until a message has been taken, unless the connection ends first.
+
+        Once the following message is there as well, no more are received: the memory for the keys that wait stays bounded. From then on only sending
+        shows whether the client is still connected.
+        """
+        while not taking.done():
+            awaited: set[asyncio.Future[Any]] = {taking} if following.done() else {taking, following}
+            done, _ = await asyncio.wait(awaited, timeout=PROBE_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            if following in done:
+                _check_connected(following.result())
+            elif not done and following.done():
+                await self._send_frame({"type": "websocket.send", "bytes": b""})
+        taking.result()
+
+    async def _take_message(self, stream: TerminalStream, message: Message) -> None:
+        data, text = message.get("bytes"), message.get("text")
+        if data is None and text is None:  # the handshake itself
+            return
+        if not self._may_write:
+            raise _WrongMessage(NOT_ALLOWED, "this connection only watches; open one with mode=write to type")
+        if len(data if data is not None else text or "") > MAX_KEYS_BYTES:
+            raise _WrongMessage(TOO_LARGE, f"a message may have at most {MAX_KEYS_BYTES} bytes")
+        if data is not None:
+            await stream.send_keys(data)
+        else:
+            await _apply(stream, text or "")
 
     async def _close(self, code: int, reason: str) -> None:
         await self._send({"type": "websocket.close", "code": code, "reason": close_reason(reason)})
+
+
+def _check_connected(message: Message) -> None:
+    if message["type"] == "websocket.disconnect":
+        raise ClientDisconnected
 
 
 async def _apply(stream: TerminalStream, text: str) -> None:

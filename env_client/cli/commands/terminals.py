@@ -27,7 +27,8 @@ def shell(
     """Work in an interactive shell in a slot. The exit code of the shell becomes the exit code of `sandbox`.
 
     `~.` at the beginning of a line leaves the shell, which runs on: `--session NAME` returns to it. Nothing renews the lease meanwhile; `sandbox renew` does.
-    A lost connection is established again. If somebody else opens the same terminal to type, this command only watches from then on.
+    A lost connection is established again; Ctrl-C leaves meanwhile, too.
+    If somebody else opens the same terminal to type, this command only watches from then on.
     """
     if not os.isatty(_INPUT):
         raise Failure("standard input is not a terminal", "run commands with: sandbox exec LEASE -- bash -c '…'")
@@ -46,8 +47,9 @@ def _show_terminal(lease_id: str, session: str | None, *, watches: bool) -> int 
     """Show a terminal until its shell ends or the person leaves. Returns the exit code of the shell; None if it runs on."""
     # These need websockets, which no other command does.
     from env_client.cli.terminals.connection import TerminalOptions
+    from env_client.cli.terminals.keys import Left
     from env_client.cli.terminals.local_terminal import raw_terminal, write_output
-    from env_client.cli.terminals.session import Left, TerminalSession
+    from env_client.cli.terminals.session import TerminalSession
 
     printer = Printer(False)
     endpoint = find_endpoint()
@@ -68,7 +70,7 @@ def _show_terminal(lease_id: str, session: str | None, *, watches: bool) -> int 
 
     with raw_terminal(keys_fd) if keys_fd >= 0 else nullcontext():
         exit_code, name, has_left = asyncio.run(follow())
-    if has_left and not watches:
+    if has_left and not watches and name is not None:  # it has no name before it is open
         printer.print_note(f"the shell runs on; return with: sandbox shell {lease_id} --session {name}")
     elif watches and not has_left:
         printer.print_note(f"the shell has ended with exit code {exit_code}")

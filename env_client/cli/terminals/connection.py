@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
@@ -19,6 +20,7 @@ from env_client.messages.message import path_with_query, quote_path_segment
 from env_client.transport.connections import environment_proxy
 
 OPEN_WITHIN_S = 30.0
+CLOSE_WITHIN_S = 2.0
 _NORMAL = 1000
 #: The close codes after which connecting again does not help, and the error code that each stands for.
 _FINAL_CLOSE_CODES: Mapping[int, str] = {4401: "unauthorized", 4404: "lease_not_found", 4410: "lease_lost"}
@@ -124,4 +126,8 @@ async def open_connection(endpoint: Endpoint, options: TerminalOptions, cols: in
     try:
         yield TerminalConnection(websocket)
     finally:
-        await websocket.close()
+        try:
+            async with asyncio.timeout(CLOSE_WITHIN_S):  # the library waits without end for a service that takes no keys
+                await websocket.close()
+        except TimeoutError:
+            websocket.transport.abort()

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import termios
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 _READ_BYTES = 16 << 10
 
 
 @contextmanager
 def raw_terminal(fd: int) -> Iterator[None]:
-    """Pass every key on as it is typed, for the duration of a block. Afterwards the terminal is as before, however the block ends."""
+    """Pass every key on as it is typed, for the duration of a block. Afterwards the terminal is as before, however the block ends, and after SIGQUIT."""
     before = termios.tcgetattr(fd)
+
+    def restore_and_quit(number: int, _frame: FrameType | None) -> None:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    former_handler = signal.signal(signal.SIGQUIT, restore_and_quit)
     try:
         tty.setraw(fd)
         yield
     finally:
+        signal.signal(signal.SIGQUIT, former_handler)
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 

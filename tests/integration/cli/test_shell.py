@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
+import signal
 import struct
 import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from websockets.http11 import Request, Response
+from websockets.sync.server import ServerConnection, serve
 
 from tests.integration.cli.sandbox_command import SandboxCommand, Terminal
+
+WAIT_S = 30.0
+SESSION = {"type": "session", "session": "t-1", "new": True, "writer": True, "cols": 80, "rows": 24}
 
 
 def flags_of(terminal: Terminal) -> list[int]:
@@ -109,3 +121,78 @@ def test_what_cannot_be_done_is_said(sandbox: SandboxCommand, lease: str) -> Non
     no_lease = sandbox("attach", "l-nobody", stdin=b"")
     assert no_lease.returncode == 125
     assert b"there is no lease 'l-nobody'" in no_lease.stderr
+
+
+class LosingService:
+    """A service whose terminals are lost as soon as they are open, and which at some time responds to no handshake any more.
+
+    Args:
+        reported_count: how many connections get a report before they are lost. The others are closed without one.
+        accepted_count: how many handshakes get a response.
+    """
+
+    def __init__(self, reported_count: int, accepted_count: int) -> None:
+        self._reported_count = reported_count
+        self._accepted_count = accepted_count
+        self._handshake_count = 0
+        self._ended = threading.Event()
+        self.is_silent = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[dict[str, str]]:
+        """Listen for the duration of the block. Gives the environment that names the service."""
+        with serve(self._lose, "127.0.0.1", 0, process_request=self._respond) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            try:
+                yield {"SANDBOX_URL": f"http://127.0.0.1:{server.socket.getsockname()[1]}", "SANDBOX_TOKEN": "token"}
+            finally:
+                self._ended.set()
+                server.shutdown()
+                thread.join()
+
+    def _respond(self, _connection: ServerConnection, _request: Request) -> Response | None:
+        self._handshake_count += 1
+        if self._handshake_count > self._accepted_count:
+            self.is_silent.set()
+            self._ended.wait()
+        return None
+
+    def _lose(self, connection: ServerConnection) -> None:
+        if self._handshake_count <= self._reported_count:
+            connection.send(json.dumps(SESSION))
+        connection.close(1011, "lost")
+
+
+@pytest.mark.parametrize("keys", [b"~.", b"\x03", b"typed\r~."])
+@pytest.mark.parametrize("connected_count", [0, 1])
+def test_a_person_leaves_while_the_terminal_connects(sandbox: SandboxCommand, connected_count: int, keys: bytes) -> None:
+    service = LosingService(connected_count, connected_count)
+    with service.running() as environ, sandbox.on_terminal("shell", "lease-1", environ=environ) as terminal:
+        before = flags_of(terminal)
+        assert service.is_silent.wait(WAIT_S)
+        assert flags_of(terminal) != before
+        terminal.type(keys)
+
+        assert terminal.end() == 0
+        assert flags_of(terminal) == before
+    assert ("the shell runs on; return with: sandbox shell lease-1 --session t-1" in terminal.text) == bool(connected_count)
+
+
+def test_a_service_that_accepts_terminals_but_cannot_serve_them_is_an_error(sandbox: SandboxCommand) -> None:
+    with LosingService(0, 1000).running() as environ:
+        done = sandbox("attach", "lease-1", environ=environ)
+
+    assert done.returncode != 0
+    assert b"the connection to the terminal was lost: lost" in done.stderr
+
+
+def test_a_terminal_is_as_before_after_sigquit(sandbox: SandboxCommand) -> None:
+    service = LosingService(0, 0)
+    with service.running() as environ, sandbox.on_terminal("shell", "lease-1", environ=environ) as terminal:
+        before = flags_of(terminal)
+        assert service.is_silent.wait(WAIT_S)
+        os.kill(terminal.pid, signal.SIGQUIT)
+
+        assert terminal.end() == -signal.SIGQUIT
+        assert flags_of(terminal) == before

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
+from websockets.exceptions import InvalidStatus
 
 from tests.integration.terminals.conftest import TerminalHarness
 from tests.support.terminal_client import TerminalClient
@@ -17,6 +18,8 @@ from tests.support.terminal_client import TerminalClient
 READS_NOTHING = {"max_queue": 1, "close_timeout": 0.1}
 #: More than the buffers on the way hold: those of the slot's terminal, the agent, the link, the service, two sockets and the client.
 MORE_THAN_BUFFERS_BYTES = 16 << 20
+#: Those that write or watch.
+CONNECTIONS_OF_A_TERMINAL = 16
 #: Writes without end, and counts in a file what it has written.
 FLOOD = b"""
 import os
@@ -126,3 +129,33 @@ async def test_keys_that_no_program_reads_take_no_memory(bwrap: TerminalHarness,
             pass
         assert resident_bytes(bwrap) < before_bytes + (16 << 20)
         terminal.websocket.transport.abort()
+
+
+async def test_a_writer_that_vanishes_while_its_keys_wait_makes_room_for_others(bwrap: TerminalHarness, lease: str) -> None:
+    async with contextlib.AsyncExitStack() as viewers:
+        terminal = await viewers.enter_async_context(bwrap.terminal(lease, session="main"))
+        await terminal.type("stty raw -echo; printf %s%s REA DY; sleep 1000\n")
+        await terminal.until(b"READY")
+        for _ in range(CONNECTIONS_OF_A_TERMINAL - 1):
+            await viewers.enter_async_context(bwrap.terminal(lease, session="main", mode="watch"))
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(1):
+                    await terminal.type(bytes(65_536))
+        with contextlib.suppress(InvalidStatus):
+            await viewers.enter_async_context(bwrap.terminal(lease, session="main", mode="watch"))
+            raise AssertionError("there was room for one more than the terminal may have")
+        terminal.websocket.transport.abort()
+
+        async with asyncio.timeout(30):
+            while not await has_room(bwrap, lease):
+                await asyncio.sleep(0.1)
+
+
+async def has_room(harness: TerminalHarness, lease: str) -> bool:
+    """Whether one more can watch the terminal."""
+    try:
+        async with harness.terminal(lease, session="main", mode="watch"):
+            return True
+    except InvalidStatus:
+        return False
