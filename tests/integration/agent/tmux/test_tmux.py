@@ -117,7 +117,7 @@ async def test_a_recording_replays_to_the_screen_that_was_captured(harness: Agen
 async def test_bytes_that_are_no_text_do_not_break_a_recording(bwrap: AgentHarness) -> None:
     terminal = Terminal(bwrap)
     every_high_byte = "python3 -c 'import sys; sys.stdout.buffer.write(bytes(range(128, 256)) * 30)'"
-    await terminal.type("printf 'a\\xffb\\0c\\n'; %s; clear; printf 'en''d\\n'" % every_high_byte, "Enter")
+    await terminal.type("printf 'a\\xffb\\0c\\n'; " + every_high_byte + "; clear; printf 'en''d\\n'", "Enter")
     await terminal.until_shown("end")
 
     _, events = await terminal.recording()
