@@ -18,7 +18,7 @@ PUBLIC, OTHER, NAME_SERVER = "198.51.100.7", "198.51.100.8", "198.51.100.53"
 #: The addresses of the machine: one that the internet knows, and one of a bridge of the machine itself.
 MACHINE, BRIDGE = "203.0.113.9", "203.0.113.130"
 ROUTER = "203.0.113.1"
-PORT = outside_hosts.PORT
+PORT, HOLD_PORT = outside_hosts.PORT, outside_hosts.HOLD_PORT
 #: The port of what listens on the machine itself, on all of its addresses.
 MACHINE_PORT = 9000
 _MACHINE_SERVER = f"""
@@ -60,6 +60,20 @@ class Internet:
     def add_machine_address(self, address: str) -> None:
         """Give the machine another address, which then is one of its own instead of one outside."""
         _ip(f"addr add {address}/32 dev lo", self.machine_pid)
+
+    def add_local_route(self, network: str) -> None:
+        """Let the machine take packets for a network as its own, without an address in it."""
+        _ip(f"route add local {network} dev lo", self.machine_pid)
+
+    def bound_udp_ports(self) -> set[int]:
+        """The ports on which something on the machine receives packets of UDP."""
+        lines = Path(f"/proc/{self.machine_pid}/net/udp").read_text().splitlines()[1:]
+        return {int(line.split()[1].split(":")[1], 16) for line in lines}
+
+    def held_connections(self) -> int:
+        """How many connections to `HOLD_PORT` belong to a process on the machine."""
+        fields = [line.split() for line in Path(f"/proc/{self.machine_pid}/net/tcp").read_text().splitlines()[1:]]
+        return sum(each[2].endswith(f":{HOLD_PORT:04X}") and each[9] != "0" for each in fields)
 
 
 def _ip(command: str, pid: int) -> None:

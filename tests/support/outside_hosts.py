@@ -13,6 +13,8 @@ import struct
 import sys
 
 PORT = 8000
+#: Connections to this port stay open for as long as the other side keeps them, and longer.
+HOLD_PORT = 7000
 DNS_PORT = 53
 #: What the name server says. A name that is not here does not exist.
 NAMES = {
@@ -60,6 +62,7 @@ def main() -> None:
     """Serve until the standard input ends."""
     seen: dict[str, None] = {}
     stream = socket.create_server(("0.0.0.0", PORT), backlog=100)
+    _holding = socket.create_server(("0.0.0.0", HOLD_PORT), backlog=1000)  # The kernel accepts them.
     packets, names = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
     for sock, port in ((packets, PORT), (names, DNS_PORT)):
         sock.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)

@@ -50,16 +50,39 @@ def slot_number(address: str) -> int:
     return number if number < SLOT_ADDRESSES else -1
 
 
-def is_reachable(address: ipaddress.IPv4Address, allow_private: Sequence[ipaddress.IPv4Network], host_addresses: Sequence[str]) -> bool:
+def is_reachable(address: ipaddress.IPv4Address, allow_private: Sequence[ipaddress.IPv4Network], host_networks: Sequence[ipaddress.IPv4Network]) -> bool:
     """Return whether the filter lets a slot without `allow_hosts` reach an address.
 
     Args:
         address: the address.
         allow_private: what the pool opens beside the public internet.
-        host_addresses: the addresses of the machine itself. Such an address is only open if `allow_private` names it alone.
+        host_networks: the addresses of the machine itself, and its local routes. Such an address is only open if `allow_private` names it alone.
     """
     if any(network.prefixlen == 32 and address in network for network in allow_private):
         return True
-    if str(address) in host_addresses:
+    if any(address in network for network in host_networks):
         return False
     return any(address in network for network in allow_private) or not any(address in network for network in (*RESERVED, *METADATA))
+
+
+def is_reverse_of_closed(name: str, allow_private: Sequence[ipaddress.IPv4Network]) -> bool:
+    """Return whether a name stands for an address, or for a network with addresses, that is not public and that the pool does not open.
+
+    The name servers of the machine would answer with the names of hosts of its own network.
+
+    Args:
+        name: the name, in lower case and without a final dot.
+        allow_private: what the pool opens beside the public internet.
+    """
+    if name == "ip6.arpa" or name.endswith(".ip6.arpa"):
+        return True  # Slots have no IPv6.
+    labels = name.split(".")
+    if labels[-2:] != ["in-addr", "arpa"]:
+        return False
+    octets = labels[-3::-1][:4]
+    try:
+        packed = bytes(int(octet) for octet in octets)
+    except ValueError:
+        return True  # It is the reverse of nothing, such as the name of a zone that has been divided.
+    network = ipaddress.IPv4Network((packed + bytes(4 - len(packed)), 8 * len(packed)))
+    return any(network.overlaps(each) for each in (*RESERVED, *METADATA)) and not any(network.subnet_of(each) for each in allow_private)

@@ -11,11 +11,13 @@ from sandbox_server.agent.network.addresses import ROUTER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Iterator, List, Set, Tuple
+    from typing import Iterator, List, Optional, Set, Tuple
 
-_NEWLINK, _DELLINK, _NEWADDR, _GETADDR, _NEWROUTE = 16, 17, 20, 22, 24
+_NEWLINK, _DELLINK, _NEWADDR, _GETADDR, _NEWROUTE, _GETROUTE = 16, 17, 20, 22, 24, 26
 _REQUEST, _ACK, _DUMP, _CREATE, _EXCLUSIVE = 1, 4, 0x300, 0x400, 0x200
 _ERROR, _DONE = 2, 3
+_DUMP_INTERRUPTED, _ATTEMPTS = 0x10, 10
+_ROUTE_PREFIX_AT, _ROUTE_TYPE_AT, _LOCAL_ROUTES = 1, 7, (2, 3)  # local and broadcast
 _IFF_UP = 1
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, number, port
 _LINK, _ADDRESS, _ROUTE = struct.Struct("=BxHiII"), struct.Struct("=BBBBI"), struct.Struct("=BBBBBBBBI")
@@ -51,7 +53,7 @@ class Netlink:
     def _ask(self, subject: str, kind: int, flags: int, content: bytes) -> None:
         self._number += 1
         self._sock.send(_HEADER.pack(_HEADER.size + len(content), kind, _REQUEST | _ACK | flags, self._number, 0) + content)
-        for answer_kind, number, answer in _split(self._sock.recv(_ANSWER_BYTES)):
+        for answer_kind, _, number, answer in _split(self._sock.recv(_ANSWER_BYTES)):
             if answer_kind == _ERROR and number == self._number:
                 code = -int(struct.unpack_from("=i", answer)[0])
                 if code:
@@ -114,35 +116,63 @@ class Netlink:
         self._ask("the default route", _NEWROUTE, _CREATE | _EXCLUSIVE, content)
 
 
-def list_addresses() -> List[str]:
-    """Return the IPv4 addresses of this network namespace, sorted.
+def list_local_networks() -> List[str]:
+    """Return what packets of this network namespace to itself have as their destination: its IPv4 addresses, and the networks of its local routes, sorted.
 
     Raises:
         OSError: the kernel has refused it.
     """
-    found: Set[str] = set()
+    for _ in range(_ATTEMPTS):
+        found: Set[str] = set()
+        asked = ((_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, 0)), (_GETROUTE, _ROUTE.pack(socket.AF_INET, 0, 0, 0, 0, 0, 0, 0, 0)))
+        # The kernel says when something has changed meanwhile, so that the list may lack an entry.
+        complete = [_add_local_networks(kind, content, found) for kind, content in asked]
+        if all(complete):
+            return sorted(found)
+    raise OSError(errno.EINTR, "the addresses of the machine change all the time, so they could not be listed")
+
+
+def _add_local_networks(kind: int, content: bytes, found: Set[str]) -> bool:
+    """Add the networks in the kernel's answer to a request. Returns whether the answer is complete."""
+    is_complete = True
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
     try:
-        sock.send(_HEADER.pack(_HEADER.size + _ADDRESS.size, _GETADDR, _REQUEST | _DUMP, 1, 0) + _ADDRESS.pack(socket.AF_INET, 0, 0, 0, 0))
+        sock.send(_HEADER.pack(_HEADER.size + len(content), kind, _REQUEST | _DUMP, 1, 0) + content)
         while True:
-            for kind, _, content in _split(sock.recv(_ANSWER_BYTES)):
-                if kind == _DONE:
-                    return sorted(found)
-                if kind == _ERROR:
+            data = sock.recv(_ANSWER_BYTES)
+            for answer_kind, flags, _, answer in _split(data):
+                is_complete = is_complete and not flags & _DUMP_INTERRUPTED
+                if answer_kind == _DONE:
+                    return is_complete
+                if answer_kind == _ERROR:
                     raise OSError(errno.EPROTO, "the addresses of the machine could not be listed")
-                for attribute, value in _split_attributes(content[_ADDRESS.size :]):
-                    if attribute == _ADDRESS_LOCAL and kind == _NEWADDR and len(value) == 4:
-                        found.add(socket.inet_ntoa(value))
+                network = _local_network(answer_kind, answer)
+                if network is not None:
+                    found.add(network)
     finally:
         sock.close()
 
 
-def _split(data: bytes) -> Iterator[Tuple[int, int, bytes]]:
+def _local_network(kind: int, content: bytes) -> Optional[str]:
+    if kind == _NEWADDR:
+        wanted, prefix, size = _ADDRESS_LOCAL, 32, _ADDRESS.size
+    elif kind == _NEWROUTE and content[_ROUTE_TYPE_AT] in _LOCAL_ROUTES:
+        wanted, prefix, size = _ROUTE_DESTINATION, content[_ROUTE_PREFIX_AT], _ROUTE.size
+    else:
+        return None
+    for attribute, value in _split_attributes(content[size:]):
+        if attribute == wanted and len(value) == 4:
+            return "%s/%d" % (socket.inet_ntoa(value), prefix)
+    return "0.0.0.0/0" if kind == _NEWROUTE and prefix == 0 else None
+
+
+def _split(data: bytes) -> Iterator[Tuple[int, int, int, bytes]]:
+    """Return the kind, flags, number and content of each message."""
     while len(data) >= _HEADER.size:
-        length, kind, _, number, _ = _HEADER.unpack_from(data)
+        length, kind, flags, number, _ = _HEADER.unpack_from(data)
         if not _HEADER.size <= length <= len(data):
             return
-        yield kind, number, data[_HEADER.size : length]
+        yield kind, flags, number, data[_HEADER.size : length]
         data = data[(length + 3) & ~3 :]
 
 

@@ -14,6 +14,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ from typing import Any, Mapping, Sequence
 from sandbox_server.agent.allowed_hosts import list_networks, permits_name
 from sandbox_server.agent.init import privileges
 from sandbox_server.agent.network import confinement, netlink, rules
-from sandbox_server.agent.network.addresses import UPLINK, UPLINK_GATEWAY, is_reachable, slot_address, slot_number
+from sandbox_server.agent.network.addresses import UPLINK, UPLINK_GATEWAY, is_reachable, is_reverse_of_closed, slot_address, slot_number
 from sandbox_server.agent.network.names.name_servers import NameServers
 from sandbox_server.agent.network.names.resolver import Resolver
 from sandbox_server.agent.network.network_messages import LIMIT, MAKE, MESSAGE_BYTES
@@ -33,8 +34,9 @@ from sandbox_server.agent.network.uplink import Uplink, find_uplink_program
 
 log = logging.getLogger(__name__)
 
-_ADDRESS_CHANGES = 0x10  # The group of netlink messages about IPv4 addresses.
+_CHANGES = 0x10 | 0x40  # The groups of netlink messages about IPv4 addresses and routes.
 _PREPARED = 2
+_CONNECTIONS_END_AFTER_S = 0.5
 
 
 class NetworkProcess:
@@ -52,7 +54,7 @@ class NetworkProcess:
         self._router = router
         self._private = [ipaddress.IPv4Network(text) for text in settings["allow_private"]]
         self._slots = SlotTable(settings["allow_hosts"])
-        self._host_addresses: Sequence[str] = ()
+        self._host_networks: Sequence[ipaddress.IPv4Network] = ()
         self._prepared: list[tuple[int, int]] = []
         self._ended = self._loop.create_future()
 
@@ -67,12 +69,14 @@ class NetworkProcess:
             OSError: something cannot be started, or the router has ended. The text says what.
         """
         changes = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE)
-        changes.bind((0, _ADDRESS_CHANGES))  # first, so that no change is missed
+        changes.bind((0, _CHANGES))  # first, so that no change is missed
         self._read_host_addresses()
         uplink = Uplink(find_uplink_program(), confinement.NAMESPACE_PATH, UPLINK, UPLINK_GATEWAY, self._fail)
         await uplink.start_uplink()
         self._loop.add_reader(changes.fileno(), self._on_address_change, changes)
-        resolver = Resolver(NameServers(), self._may_ask, self._open_addresses, self._slots.count_slots)
+        # The router only answers, so between requests nothing but its end can be read.
+        self._loop.add_reader(self._router.fileno(), self._fail, "the router of the slots has ended")
+        resolver = Resolver(NameServers(), self._may_ask, self._open_addresses, self._slots.count_slots, *_resolver_limits())
         resolver.serve_packets(packets)
         await resolver.serve_connections(connections)
         users_fd = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -103,24 +107,24 @@ class NetworkProcess:
             self._fail("the addresses of the machine cannot be kept from slots: %s" % error)
 
     def _read_host_addresses(self) -> None:
-        addresses = netlink.list_addresses()
-        if addresses != self._host_addresses:
-            self._router.run_rules(rules.host_address_rules(addresses))
-            self._host_addresses = addresses
+        networks = [ipaddress.IPv4Network(text) for text in netlink.list_local_networks()]
+        if networks != self._host_networks:
+            self._router.run_rules(rules.host_address_rules(networks))
+            self._host_networks = networks
 
     # Names.
 
     def _may_ask(self, slot: str, name: str) -> bool:
         number = slot_number(slot)
         entries = self._slots.find_limit(number)
-        return self._slots.has_slot(number) and (entries is None or permits_name(entries, name))
+        return self._slots.has_slot(number) and not is_reverse_of_closed(name, self._private) and (entries is None or permits_name(entries, name))
 
     def _open_addresses(self, slot: str, addresses: Sequence[str], time_s: int, most: int) -> Sequence[str]:
         self._read_requests()  # The agent waits for its answers, and a change of rules takes a while: it comes first.
         number = slot_number(slot)
         if not self._slots.has_slot(number):
             return []
-        reachable = [text for text in addresses if is_reachable(ipaddress.IPv4Address(text), self._private, self._host_addresses)][:most]
+        reachable = [text for text in addresses if is_reachable(ipaddress.IPv4Address(text), self._private, self._host_networks)][:most]
         entries = self._slots.find_limit(number)
         if entries is None:
             return reachable
@@ -200,6 +204,20 @@ class NetworkProcess:
         if self._slots.is_limited(number):
             self._router.run_rules(rules.forget_rules(slot_address(number)))
         self._slots.remove_slot(number)
+        # The uplink first handles what the slot has sent. It does not see a reset that it reads together with the end of the slot's side of the connection.
+        self._loop.call_later(_CONNECTIONS_END_AFTER_S, self._end_connections, number)
+
+    def _end_connections(self, number: int) -> None:
+        try:
+            self._router.end_connections(number)
+        except OSError as error:
+            log.warning("the uplink may keep connections of a slot that has ended: %s", error)
+
+
+def _resolver_limits() -> tuple[int, int]:
+    """Return how many questions and connections of all slots can wait, so that descriptors are left for the networks of slots."""
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(descriptors // 3, 1024), min(descriptors // 6, 256)
 
 
 def send_answer(sock: socket.socket, answer: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
@@ -237,7 +255,7 @@ def main() -> None:
         pid, router_end = confinement.fork_router()
         if pid == 0:
             sock.close()
-            run_router(router_end, settings["allow_private"])
+            run_router(router_end, settings["allow_private"], settings["slots"])
         asyncio.run(_serve(sock, RouterClient(router_end), settings))
     except OSError as error:
         send_answer(sock, {"ok": False, "errno": error.errno or 0, "error": error.strerror or str(error)})

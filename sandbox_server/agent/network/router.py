@@ -11,10 +11,11 @@ import fcntl
 import ipaddress
 import json
 import os
+import resource
 import socket
 import struct
 
-from sandbox_server.agent.network import rules
+from sandbox_server.agent.network import conntrack, rules
 from sandbox_server.agent.network.addresses import ROUTER, UPLINK, UPLINK_GATEWAY, slot_address
 from sandbox_server.agent.network.netlink import Netlink
 from sandbox_server.agent.network.nftables import Nftables
@@ -31,6 +32,7 @@ _FIRST_LINK = 1000  # The index of the link of slot 0.
 _SLOT_LINK = 2  # The index of a slot's only link beside its loopback interface.
 _TUN = "/dev/net/tun"
 _TUNSETIFF, _TUNSETPERSIST, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x400454CB, 2, 0x1000
+_HALF_CLOSED_S = 7500  # The uplink gives up a connection without traffic after two hours.
 _DNS_PORT, _WAITING_CONNECTIONS = 53, 64
 _RECEIVE_BYTES = 1 << 20
 
@@ -40,21 +42,26 @@ class Router:
 
     Args:
         allow_private: see `rules.base_rules`.
+        slots: how many slots the sandbox has.
 
     Raises:
         OSError: the kernel has refused something, or something is missing. The text says what.
     """
 
-    def __init__(self, allow_private: Sequence[str]) -> None:
+    def __init__(self, allow_private: Sequence[str], slots: int) -> None:
         system_calls.unshare(system_calls.CLONE_NEWNET)
         self.own_fd = os.open(_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
         self._netlink = Netlink()
         self._nftables = Nftables()
         # The rules come first: nothing is forwarded before they are complete.
-        self.run_rules(rules.base_rules([ipaddress.IPv4Network(text) for text in allow_private]))
+        connections = rules.share_connections(slots, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        self.run_rules(rules.base_rules([ipaddress.IPv4Network(text) for text in allow_private], connections))
         self._start_loopback()
         self._netlink.add_address(1, ROUTER)
         self._make_uplink()
+        for state in ("fin_wait", "close_wait", "last_ack"):
+            # One side has ended such a connection. The uplink keeps it as long as the other side does, so it counts for the slot for as long.
+            _write("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_" + state, str(_HALF_CLOSED_S), may_lack=True)
         _write("/proc/sys/net/ipv4/ip_forward", "1")
 
     def _start_loopback(self) -> None:
@@ -148,7 +155,7 @@ def _write(path: str, text: str, may_lack: bool = False) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         if may_lack:
-            return  # This kernel has no IPv6.
+            return  # This kernel has no IPv6, or shows the times of connections to the first network namespace alone.
         raise
     try:
         os.write(fd, text.encode())
@@ -156,16 +163,17 @@ def _write(path: str, text: str, may_lack: bool = False) -> None:
         os.close(fd)
 
 
-def run_router(sock: socket.socket, allow_private: Sequence[str]) -> NoReturn:
+def run_router(sock: socket.socket, allow_private: Sequence[str], slots: int) -> NoReturn:
     """Set the router up, and serve requests of the network process until it has ended.
 
     Args:
         sock: the socket of the network process. The first message on it is the answer to the set-up.
         allow_private: see `Router`.
+        slots: see `Router`.
     """
     ctypes.CDLL(None).prctl(15, b"slot-router", 0, 0, 0)
     try:
-        router = Router(allow_private)
+        router = Router(allow_private, slots)
         sockets = router.open_resolver_sockets()
         _answer(sock, {"ok": True}, [router.own_fd, *(each.fileno() for each in sockets)])
         for each in sockets:
@@ -189,6 +197,8 @@ def _handle_request(router: Router, request: Mapping[str, Any]) -> Tuple[Mapping
             return {"ok": True}, [router.make_slot_network(request["number"])]
         if request["op"] == "delete":
             router.delete_slot_network(request["number"])
+        elif request["op"] == "end":
+            conntrack.end_connections(slot_address(request["number"]))
         else:
             router.run_rules(request["rules"])
     except OSError as error:

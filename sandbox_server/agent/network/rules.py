@@ -7,13 +7,19 @@ from typing import Sequence
 
 from sandbox_server.agent.network.addresses import METADATA, RESERVED, ROUTER, UPLINK
 
-#: How many connections one slot can have open at the same time, and how many questions it can send to the resolver in a second.
-MAX_CONNECTIONS, MAX_QUESTIONS_S = 2048, 200
+#: How many connections one slot can have open at the same time if the uplink has descriptors for so many, and how many it can begin in a second.
+MAX_CONNECTIONS, MAX_NEW_CONNECTIONS_S = 2048, 500
+_MIN_CONNECTIONS = 16
+#: How many questions one slot can send to the resolver in a second, how many packets to hosts, and how many bytes in packets of UDP.
+MAX_QUESTIONS_S, MAX_PACKETS_S, MAX_UDP_MBYTES_S = 200, 10000, 50
+#: The ports of the machine that packets of UDP from slots have as their source. Programs of the machine rarely use them.
+UDP_PORTS = "61000-65535"
 
 _RULES = """\
 table ip sandbox {
     set host_addresses {
         type ipv4_addr
+        flags interval
     }
     set reserved {
         type ipv4_addr
@@ -43,6 +49,29 @@ table ip sandbox {
         flags dynamic, timeout
         timeout 10s
     }
+    set new_connections {
+        type ipv4_addr
+        size 131072
+        flags dynamic, timeout
+        timeout 10s
+    }
+    set packets {
+        type ipv4_addr
+        size 131072
+        flags dynamic, timeout
+        timeout 10s
+    }
+    set udp_bytes {
+        type ipv4_addr
+        size 131072
+        flags dynamic, timeout
+        timeout 10s
+    }
+    chain unusual {
+        type filter hook prerouting priority -310; policy accept;
+        iifname "slot*" ip hdrlength != 5 drop
+        iifname "slot*" ip ttl set 64
+    }
     chain spoofed {
         type filter hook prerouting priority -300; policy accept;
         iifname "slot*" fib saddr . iif oif missing drop
@@ -62,6 +91,8 @@ table ip sandbox {
         iifname "slot*" reject with icmp type admin-prohibited
     }
     chain outgoing {
+        update @packets { ip saddr limit rate over %(packets)d/second burst %(packets)d packets } drop
+        meta l4proto udp update @udp_bytes { ip saddr limit rate over %(udp_mbytes)d mbytes/second burst %(udp_mbytes)d mbytes } drop
         ip daddr @private_hosts goto permitted_hosts
         ip daddr @host_addresses reject with icmp type admin-prohibited
         ip daddr @private goto permitted_hosts
@@ -72,11 +103,13 @@ table ip sandbox {
         ct state established,related accept
         ct state != new drop
         ip saddr vmap @limited_slots
+        update @new_connections { ip saddr limit rate over %(new_connections)d/second burst %(new_connections)d packets } drop
         add @connections { ip saddr ct count over %(connections)d } reject with icmp type admin-prohibited
         meta l4proto { tcp, udp, icmp } accept
     }
     chain translated {
         type nat hook postrouting priority 100; policy accept;
+        oifname "uplink" meta l4proto udp snat to %(uplink)s:%(udp_ports)s random
         oifname "uplink" snat to %(uplink)s
     }
 }
@@ -88,14 +121,18 @@ table ip6 sandbox {
 """
 
 
-def base_rules(allow_private: Sequence[ipaddress.IPv4Network]) -> str:
+def base_rules(allow_private: Sequence[ipaddress.IPv4Network], connections: int = MAX_CONNECTIONS) -> str:
     """Return the rules of a router, to which slots and addresses of the machine are still to be added.
 
     A packet of a slot passes if its source is the slot's address, and if its destination is public or opened by `allow_private`. The destination counts after
     names have been resolved, so no answer of a name server can open anything. Whatever is refused is also reported to the slot, whose connection fails at once.
 
+    A packet with IP options, or one whose time to live ends here, would be dropped after the kernel has recorded that its connection has ended, while the
+    uplink would keep that connection. So none of these comes so far.
+
     Args:
         allow_private: what the pool opens. An address that is named alone is open even if it is one of the machine.
+        connections: how many connections one slot can have open at the same time.
     """
     hosts = [str(network.network_address) for network in allow_private if network.prefixlen == 32]
     networks = [str(network) for network in allow_private if network.prefixlen < 32]
@@ -105,18 +142,34 @@ def base_rules(allow_private: Sequence[ipaddress.IPv4Network]) -> str:
         "private_hosts": _elements(hosts),
         "router": ROUTER,
         "uplink": UPLINK,
-        "connections": MAX_CONNECTIONS,
+        "connections": connections,
+        "new_connections": MAX_NEW_CONNECTIONS_S,
         "questions": MAX_QUESTIONS_S,
+        "packets": MAX_PACKETS_S,
+        "udp_mbytes": MAX_UDP_MBYTES_S,
+        "udp_ports": UDP_PORTS,
     }
+
+
+def share_connections(slots: int, descriptors: int) -> int:
+    """Return how many connections one slot can have open, so that the connections of all slots fit into the descriptors of the uplink.
+
+    Args:
+        slots: how many slots there are.
+        descriptors: how many descriptors the uplink can have. A connection takes two: a socket and a timer. A third of them is for UDP and for what ends.
+    """
+    return max(min(descriptors // 3 // max(slots, 1), MAX_CONNECTIONS), _MIN_CONNECTIONS)
 
 
 def _elements(values: Sequence[str]) -> str:
     return "        elements = { %s }\n" % ", ".join(values) if values else ""
 
 
-def host_address_rules(addresses: Sequence[str]) -> str:
+def host_address_rules(networks: Sequence[ipaddress.IPv4Network]) -> str:
     """Return the commands that replace the addresses of the machine, in one step."""
-    added = "add element ip sandbox host_addresses { %s }\n" % ", ".join(addresses) if addresses else ""
+    # None of the networks may overlap another one, and the whole internet is given as two halves.
+    collapsed = [half for network in ipaddress.collapse_addresses(networks) for half in (network.subnets() if network.prefixlen == 0 else [network])]
+    added = "add element ip sandbox host_addresses { %s }\n" % ", ".join(map(str, collapsed)) if collapsed else ""
     return "flush set ip sandbox host_addresses\n" + added
 
 

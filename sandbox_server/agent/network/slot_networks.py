@@ -87,6 +87,7 @@ class SlotNetworks:
         settings = {
             "allow_hosts": None if hosts is None else list(hosts),
             "allow_private": list(self._config.allow_private),
+            "slots": self._config.slots,
             "uid": self._uids.take_uid() if self._uids is not None else None,
             "parent": os.getpid(),
         }

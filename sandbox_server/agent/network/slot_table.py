@@ -72,7 +72,7 @@ class SlotTable:
             now_s: the time now, in seconds.
 
         Returns:
-            Those that the slot may reach, those among them that are to be opened, and for how many seconds. Addresses beyond `MAX_OPEN_ADDRESSES` are in neither.
+            Those that the slot may reach, those among them that are to be opened, and for how many seconds. Those beyond `MAX_OPEN_ADDRESSES` are in neither.
         """
         open_s = min(max(time_s, _MIN_OPEN_S), _MAX_OPEN_S)
         known = self._open_until[number]

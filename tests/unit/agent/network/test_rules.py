@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_server.agent.network import rules
-from sandbox_server.agent.network.addresses import SLOT_ADDRESSES, is_reachable, slot_address, slot_number
+from sandbox_server.agent.network.addresses import SLOT_ADDRESSES, is_reachable, is_reverse_of_closed, slot_address, slot_number
 from sandbox_server.agent.network.slot_table import MAX_OPEN_ADDRESSES, SlotTable
 
 DOCUMENTATION = tuple(map(ipaddress.IPv4Network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24")))
@@ -18,6 +18,7 @@ GOLDEN = """\
 table ip sandbox {
     set host_addresses {
         type ipv4_addr
+        flags interval
     }
     set reserved {
         type ipv4_addr
@@ -50,6 +51,29 @@ table ip sandbox {
         flags dynamic, timeout
         timeout 10s
     }
+    set new_connections {
+        type ipv4_addr
+        size 131072
+        flags dynamic, timeout
+        timeout 10s
+    }
+    set packets {
+        type ipv4_addr
+        size 131072
+        flags dynamic, timeout
+        timeout 10s
+    }
+    set udp_bytes {
+        type ipv4_addr
+        size 131072
+        flags dynamic, timeout
+        timeout 10s
+    }
+    chain unusual {
+        type filter hook prerouting priority -310; policy accept;
+        iifname "slot*" ip hdrlength != 5 drop
+        iifname "slot*" ip ttl set 64
+    }
     chain spoofed {
         type filter hook prerouting priority -300; policy accept;
         iifname "slot*" fib saddr . iif oif missing drop
@@ -69,6 +93,8 @@ table ip sandbox {
         iifname "slot*" reject with icmp type admin-prohibited
     }
     chain outgoing {
+        update @packets { ip saddr limit rate over 10000/second burst 10000 packets } drop
+        meta l4proto udp update @udp_bytes { ip saddr limit rate over 50 mbytes/second burst 50 mbytes } drop
         ip daddr @private_hosts goto permitted_hosts
         ip daddr @host_addresses reject with icmp type admin-prohibited
         ip daddr @private goto permitted_hosts
@@ -79,11 +105,13 @@ table ip sandbox {
         ct state established,related accept
         ct state != new drop
         ip saddr vmap @limited_slots
+        update @new_connections { ip saddr limit rate over 500/second burst 500 packets } drop
         add @connections { ip saddr ct count over 2048 } reject with icmp type admin-prohibited
         meta l4proto { tcp, udp, icmp } accept
     }
     chain translated {
         type nat hook postrouting priority 100; policy accept;
+        oifname "uplink" meta l4proto udp snat to 198.18.0.2:61000-65535 random
         oifname "uplink" snat to 198.18.0.2
     }
 }
@@ -111,6 +139,27 @@ def test_a_limited_slot_has_objects_of_its_own_and_is_forgotten_with_few_command
     assert rules.permit_rules("198.18.1.5", ["198.51.100.7"], 600) == added + "delete element ip sandbox names_198_18_1_5 { 198.51.100.7 }\n" + added
 
 
+def test_networks_of_the_machine_that_overlap_are_joined_because_the_kernel_refuses_them() -> None:
+    networks = [ipaddress.IPv4Network(text) for text in ("127.0.0.0/8", "127.0.0.1/32", "198.51.100.99/32")]
+    assert rules.host_address_rules(networks).endswith("{ 127.0.0.0/8, 198.51.100.99/32 }\n")
+    assert rules.host_address_rules([ipaddress.IPv4Network("0.0.0.0/0")]).endswith("{ 0.0.0.0/1, 128.0.0.0/1 }\n")
+
+
+def test_the_connections_of_all_slots_fit_into_the_descriptors_of_the_uplink() -> None:
+    assert rules.share_connections(1, 1 << 20) == 2048
+    for slots in (1, 8, 64):
+        assert slots * rules.share_connections(slots, 4096) * 2 < 4096
+
+
+@pytest.mark.parametrize("name", ["7.1.168.192.in-addr.arpa", "168.192.in-addr.arpa", "10.in-addr.arpa", "in-addr.arpa", "x.10.in-addr.arpa", "1.ip6.arpa"])
+def test_the_names_of_hosts_with_private_addresses_are_not_told(name: str) -> None:
+    assert is_reverse_of_closed(name, ())
+    assert not is_reverse_of_closed("7.100.51.198.in-addr.arpa", ())
+    assert not is_reverse_of_closed("pypi.org", ())
+    assert not is_reverse_of_closed("3.2.1.10.in-addr.arpa", (ipaddress.IPv4Network("10.1.2.0/24"),))
+    assert is_reverse_of_closed("2.1.10.in-addr.arpa", (ipaddress.IPv4Network("10.1.2.3/32"),))
+
+
 def test_an_address_that_is_open_long_enough_is_not_opened_again() -> None:
     table = SlotTable(None)
     number = table.add_slot()
@@ -129,7 +178,7 @@ def test_a_slot_reaches_what_the_library_calls_global_and_documentation(address:
     is_documentation = any(address in network for network in DOCUMENTATION)
     reachable = is_reachable(address, (), ())
     assert reachable == (is_documentation or (address.is_global and not address.is_multicast)) or str(address) == "168.63.129.16" or _is_relay(address)
-    assert not is_reachable(address, (), (str(address),))
+    assert not is_reachable(address, (), (ipaddress.IPv4Network(address),))
 
 
 def _is_relay(address: ipaddress.IPv4Address) -> bool:
@@ -143,8 +192,8 @@ def test_the_first_and_last_address_of_a_private_network_is_closed_until_it_is_o
     for address in (network[0], network[-1]):
         assert not is_reachable(address, (), ())
         assert is_reachable(address, (network,), ())
-        assert not is_reachable(address, (network,), (str(address),)), "an address of the machine is open only if it is named alone"
-        assert is_reachable(address, (ipaddress.IPv4Network(address),), (str(address),))
+        assert not is_reachable(address, (network,), (ipaddress.IPv4Network(address),)), "an address of the machine is open only if it is named alone"
+        assert is_reachable(address, (ipaddress.IPv4Network(address),), (ipaddress.IPv4Network(address),))
 
 
 @given(st.integers(0, SLOT_ADDRESSES - 1))
