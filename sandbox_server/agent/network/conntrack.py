@@ -100,7 +100,7 @@ def _reset_packet(reply: bytes) -> Tuple[bytes, str]:
 def _checksum(data: bytes) -> int:
     total: int = sum(struct.unpack("!%dH" % (len(data) // 2), data))
     total = (total >> 16) + (total & 0xFFFF)
-    return ~int((total >> 16) + total) & 0xFFFF
+    return ~((total >> 16) + total) & 0xFFFF
 
 
 def _message(kind: int, flags: int, content: bytes) -> bytes:
