@@ -241,21 +241,15 @@ class SlotProcess:
     def read_all_output(self) -> None:
         """Read what is in the pipes now, and go on reading afterwards."""
         for index, fd in enumerate(self._output_fds):
-            for _ in range(_READS_AT_EXIT if fd >= 0 else 0):
-                try:
-                    data = os.read(fd, _READ_BYTES)
-                except BlockingIOError:
-                    break
-                if not data:
-                    self._close_output(index)
-                    break
-                self._outputs[index].write(data)
+            if fd >= 0:
+                self._empty_pipe(index, fd)
 
     def collect_output(self) -> None:
         """Read what is in the pipes now, then stop reading: a pipe that nobody can write to any more is closed, any other is handed to the drains."""
         for index, fd in enumerate(self._output_fds):
-            if fd >= 0:
-                self._empty_pipe(index, fd)
+            if fd >= 0 and not self._empty_pipe(index, fd):
+                self._forget_pipe(index)
+                self._drains.add_pipe(fd)
         if self._watch_timer is not None:
             self._watch_timer.cancel()
         self.release_leaf()
@@ -265,7 +259,8 @@ class SlotProcess:
         if self.leaf is not None:
             self.leaf.is_in_use = False
 
-    def _empty_pipe(self, index: int, fd: int) -> None:
+    def _empty_pipe(self, index: int, fd: int) -> bool:
+        """Read what is in a pipe now. Returns True if nobody can write to it any more; it is closed then."""
         for _ in range(_READS_AT_EXIT):
             try:
                 data = os.read(fd, _READ_BYTES)
@@ -273,10 +268,9 @@ class SlotProcess:
                 break
             if not data:
                 self._close_output(index)
-                return
+                return True
             self._outputs[index].write(data)
-        self._forget_pipe(index)
-        self._drains.add_pipe(fd)
+        return False
 
     def _close_output(self, index: int) -> None:
         fd = self._output_fds[index]
